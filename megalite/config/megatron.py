@@ -90,6 +90,9 @@ DIFFERENCES: Mapping[str, str] = {
 }
 """Flag in the tables above -> the difference, which is reported each time."""
 
+CONFLICTS: Mapping[str, str] = {"fp8_recipe": "use --fp8-format hybrid: only blockwise has e4m3 gradients"}
+"""Setting that two flags set to different values -> what to use."""
+
 SINKHORN_SCORES = ("moe_router_score_function", "moe_router_pre_softmax", "moe_router_topk_scaling_factor")
 """Settings that Megatron-LM does not read with Sinkhorn routing: the number of experts per token decides."""
 

@@ -8,6 +8,7 @@ from megalite.config.data import DATA_FILES
 from megalite.config.describe import replace, settings
 from megalite.config.errors import ConfigError, Problems, Reported, raise_at_end, shortened
 from megalite.config.megatron import (
+    CONFLICTS,
     DERIVED,
     DIFFERENCES,
     FROM_VALUE,
@@ -96,8 +97,7 @@ def _add(table: dict[str, Given], name: str, new: Given) -> None:
     old = table.setdefault(name, new)
     if old.value != new.value:
         both = " and ".join(f"{shortened(given.value)} by {given.source}" for given in (old, new))
-        works = "use --fp8-format hybrid: only blockwise has e4m3 gradients" if " e4m3" in both else "keep one of them"
-        raise ConfigError(f"{name} is given twice: {both}; {works}")
+        raise ConfigError(f"{name} is given twice: {both}; {CONFLICTS.get(name, 'keep one of them')}")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -33,12 +33,6 @@ GATED = ("swiglu", "geglu", "geglu_tanh", "quick_geglu")
 LATENT_SIZES = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 """Sizes that only `multi_latent_attention` uses."""
 
-SPARSE = (
-    *("dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk", "dsa_indexer_loss_coeff"),
-    *("dsa_indexer_use_sparse_loss", "dsa_indexer_rope_interleaved", "dsa_indexer_k_norm_epsilon"),
-)
-"""Settings of sparse attention (`dsa`)."""
-
 LINEAR_SIZES = (
     *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim"),
     *("linear_num_key_heads", "linear_num_value_heads"),
@@ -142,8 +136,8 @@ class ModelConfig:
     rope_attention_factor: float | None = option(None, above=0)
     """yarn: explicit factor on queries and keys, instead of rope_mscale."""
     attn_temperature_beta: float = option(0.0, at_least=0)
-    """llama3, yarn, dynamic: multiply queries by 1 + this·ln(1 + floor(position / rope_original_max_positions)), as
-    Ministral 3 does."""
+    """llama3, yarn, dynamic: multiply queries by 1 + this·ln(1 + floor(position / rope_original_max_positions))
+    (Ministral 3)."""
     sliding_window: int | None = option(None, at_least=2)
     """Number of keys that a query attends to, including its own; default: all previous ones."""
     window_attn_skip_freq: list[int] | None = option(None, at_least=0, below=10_000)

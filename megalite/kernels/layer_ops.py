@@ -329,14 +329,6 @@ def attention_factor(config: ModelConfig) -> float:
     return _mscale(config, 1)
 
 
-def query_factors(config: ModelConfig, position_ids: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """Return the factor on queries at each position id, in its shape; None: 1 everywhere."""
-    if config.attn_temperature_beta == 0.0:
-        return None
-    periods = position_ids.div(config.rope_original_max_positions, rounding_mode="floor")
-    return (1.0 + config.attn_temperature_beta * periods.double().log1p()).to(dtype)
-
-
 def latent_score_factor(config: ModelConfig) -> float:
     """Return the factor on scores of multi-latent attention besides 1 / sqrt(d), in all channels."""
     if config.rope_scaling != "yarn" or config.rope_mscale_all_dim is None:

@@ -77,16 +77,15 @@ class AttentionCore(Module):
         if self.dropout > 0.0 and self.core_cp.size == 1 and self.plain_softmax:
             self._softmax = factory.kernel("softmax", config.max_position_embeddings or 0)
 
-    def core(self, q: Tensor, k: Tensor, v: Tensor, context: ForwardContext, *index: Tensor) -> Tensor:
-        """Attend queries [b, heads, s, d] to keys and values [b, groups, s, d] -> [b, heads, s, d]; `index`: the indexer's
-        outputs, in sparse attention.
+    def core(self, q: Tensor, k: Tensor, v: Tensor, context: ForwardContext) -> Tensor:
+        """Attend queries [b, heads, s, d] to keys and values [b, groups, s, d] -> [b, heads, s, d].
 
         Scores are multiplied by 1 / sqrt(d). Collectives: with cp those of `ring_attention`."""
         if self.recompute_core and torch.is_grad_enabled():
-            return recomputed(self._core, q, k, v, context, *index)
-        return self._core(q, k, v, context, *index)
+            return recomputed(self._core, q, k, v, context)
+        return self._core(q, k, v, context)
 
-    def _core(self, q: Tensor, k: Tensor, v: Tensor, context: ForwardContext, *index: Tensor) -> Tensor:
+    def _core(self, q: Tensor, k: Tensor, v: Tensor, context: ForwardContext) -> Tensor:
         if context.next_tokens is not None:
             return self.cached(q, k, v, context.next_tokens)
         if context.auxiliary is not None and context.auxiliary.records_logits:
@@ -277,16 +276,10 @@ class Attention(AttentionCore):
         return q, k, v, gate
 
     def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Apply RoPE to the first `rotary_size` channels of queries or keys.
-
-        Interleaved pairs are reordered into halves first: scores do not depend on a channel order that queries and keys
-        share."""
+        """Apply RoPE to the first `rotary_size` channels of queries or keys."""
         if self.plain_rope:
             return self._rope(x, cos, sin)
-        pairs, rest = x[..., : self.rotary_size], x[..., self.rotary_size :]
-        if self.rotary_interleaved:
-            pairs = pairs.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
-        return torch.cat((self._rope(pairs.contiguous(), cos, sin), rest), dim=-1)
+        return rotate_part(self._rope, x, (cos, sin), interleaved=self.rotary_interleaved)
 
     def _split(self, qkv: Tensor, b: int) -> tuple[Tensor, Tensor, Tensor]:
         """Split [s·b, groups, queries + 2, d] -> queries [s, b, heads, d], keys and values [s, b, groups, d]."""
@@ -308,6 +301,18 @@ class Attention(AttentionCore):
         q, k, v = qkv.split((self.queries, 1, 1), dim=2)
         q = self._rope(q.view(s, b * groups, self.queries, d), cos, sin).view(s, b, -1, d)
         return q, self._rope(k.view(s, b, groups, d), cos, sin), v.view(s, b, groups, d).contiguous()
+
+
+def rotate_part(rope: Callable[..., Tensor], x: Tensor, tables: tuple[Tensor, Tensor], *, interleaved: bool) -> Tensor:
+    """Apply RoPE to the first channels of x [s, b, heads, d], as many as `tables` (cos and sin) are for.
+
+    Interleaved pairs are reordered into halves first: scores do not depend on a channel order that queries and keys
+    share."""
+    size = 2 * tables[0].shape[-1]
+    pairs, rest = x[..., :size], x[..., size:]
+    if interleaved:
+        pairs = pairs.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+    return torch.cat((rope(pairs.contiguous(), *tables), rest), dim=-1)
 
 
 def visible_keys(rows: Tensor, columns: Tensor, visibility: Visibility) -> Tensor:

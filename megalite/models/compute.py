@@ -114,6 +114,8 @@ def _use_attention(stage: GPTStage, config: RunConfig) -> list[str]:
     layers = [module for module in stage.modules() if isinstance(module, AttentionCore)]
     if not layers:
         return []
+    if config.model.is_sparse:
+        return ["attention with its scores in memory, for experimental_attention_variant dsa"]
     if config.model.attention_dropout > 0.0:
         return ["attention with its probabilities in memory, for attention_dropout"]
     first, factory = layers[0], stage.factory

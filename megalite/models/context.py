@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megalite.config.model import ModelConfig
 from megalite.context_parallel.tiles import Visibility
 from megalite.kernels.bases import Function
 from megalite.tensor_parallel.random import DropoutStream, keep_mask
@@ -241,3 +242,11 @@ def document_position_ids(positions: Tensor, document_starts: tuple[tuple[int, .
         first = first.to(positions.device, non_blocking=True)
         columns.append(positions - first[torch.searchsorted(first, positions, right=True) - 1])
     return torch.stack(columns, dim=1)
+
+
+def query_factors(config: ModelConfig, position_ids: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """Return the factors on queries [s, b or 1, 1, 1] at position ids [s] or [s, b]; None: 1 everywhere."""
+    if config.attn_temperature_beta == 0.0:
+        return None
+    periods = position_ids.view(len(position_ids), -1, 1, 1) // config.rope_original_max_positions
+    return (1.0 + config.attn_temperature_beta * periods.double().log1p()).to(dtype)

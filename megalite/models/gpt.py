@@ -15,14 +15,7 @@ from megalite.config.model import BLOCKS, ModelConfig
 from megalite.config.training import LOSSES
 from megalite.context_parallel.tiles import Visibility
 from megalite.kernels.bases import Module
-from megalite.kernels.layer_ops import (
-    attention_factor,
-    dropout_mask,
-    masked_dropout,
-    query_factors,
-    rope_frequencies,
-    rope_tables,
-)
+from megalite.kernels.layer_ops import attention_factor, dropout_mask, masked_dropout, rope_frequencies, rope_tables
 from megalite.kernels.matmul import Products
 from megalite.kernels.quantization import Fp8Products
 from megalite.models.block import Block, MTPBlock, run_layers
@@ -33,6 +26,7 @@ from megalite.models.context import (
     MTPInputs,
     NextTokens,
     document_position_ids,
+    query_factors,
 )
 from megalite.models.norm import Norm
 from megalite.models.recompute import ActivationOffload, Recompute
@@ -309,10 +303,8 @@ class GPTStage(Module):
         If only some layers of the stage have a window, `full` is the context of the others, with `unwindowed` tokens.
         """
         ids = fields["position_ids"]
-        factors = query_factors(self.config, ids, self.factory.dtype)
-        if factors is not None:
-            factors = factors.view(len(ids), -1, 1, 1)
-        context = ForwardContext(**fields, rope=self._rope_rows(ids, stop, self._windowed), query_factors=factors)
+        fields["query_factors"] = query_factors(self.config, ids, self.factory.dtype)
+        context = ForwardContext(**fields, rope=self._rope_rows(ids, stop, self._windowed))
         if not self._mixed:
             return context
         rope, visibility = self._rope_rows(ids, stop, False), replace(context.visibility, window=None)

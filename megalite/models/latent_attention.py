@@ -91,8 +91,7 @@ class LatentAttention(AttentionCore):
             mixed = self._cached(q, latent, shared, cache, context, context.next_tokens, *index)
             return self.out(mixed.flatten(2), add_late_bias=add_late_bias)
         if cache is not None:
-            keys = self._cached_keys(latent, shared, context)
-            cache.fill(self.name, keys, self.index_keys(keys, *index))
+            cache.fill(self.name, *self._cached_keys(latent, shared, context, *index))
         mixed = self._attention(q, latent, shared, context, *index).permute(2, 0, 1, 3)[..., : self.values]
         if self.exchange_heads:
             mixed = heads_to_sequence(mixed, cp=self.cp_heads, spans=self.exchange_spans(context))
@@ -152,13 +151,13 @@ class LatentAttention(AttentionCore):
         pairs = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
         return self._rope(pairs.contiguous(), *context.rope)
 
-    def _cached_keys(self, latent: Tensor, shared: Tensor, context: ForwardContext) -> Tensor:
-        """Return the cache's entries [b, 1, s, r + e] for all heads; the first r channels are also the values."""
-        return torch.cat((latent.unsqueeze(2), self._shared_key(shared, context)), dim=3).permute(1, 2, 0, 3)
-
-    def index_keys(self, keys: Tensor, *index: Tensor) -> Tensor:
-        """Return the second tensor [b, 1, s, ...] that the cache keeps with `keys` [b, 1, s, r + e]."""
-        return keys[..., :0]
+    def _cached_keys(
+        self, latent: Tensor, shared: Tensor, context: ForwardContext, *index: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return the cache's entries [b, 1, s, r + e] for all heads, of which the first r channels are also the values,
+        and the keys [b, 1, s, ...] of an indexer."""
+        keys = torch.cat((latent.unsqueeze(2), self._shared_key(shared, context)), dim=3).permute(1, 2, 0, 3)
+        return keys, keys[..., :0]
 
     def chosen(self, new: NextTokens, index_keys: Tensor, *index: Tensor) -> NextTokens:
         """Return `new` with the cached tokens that the next ones attend to."""
@@ -178,8 +177,7 @@ class LatentAttention(AttentionCore):
 
         kv_up is applied to queries and results instead of every key and value: q·(U·c) = (Uᵀ·q)·c and
         P·(c·Vᵀ) = (P·c)·Vᵀ. Attention is then multi-query with keys of r + e channels."""
-        keys = self._cached_keys(latent, shared, context)
-        keys, index_keys = cache.append(self.name, keys, self.index_keys(keys, *index), new)
+        keys, index_keys = cache.append(self.name, *self._cached_keys(latent, shared, context, *index), new)
         new = self.chosen(new, index_keys, *index)
         q = self._queries(q, context)
         up, down = self.kv_up.weight.unflatten(0, (q.shape[2], -1)).split((self.plain, self.values), dim=1)

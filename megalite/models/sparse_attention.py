@@ -12,7 +12,7 @@ from megalite.config.model import INDEX_ROWS, ModelConfig
 from megalite.context_parallel.attention import gather_sequence
 from megalite.kernels.attention import HALF_TYPES
 from megalite.kernels.bases import Module
-from megalite.models.attention import visible_keys
+from megalite.models.attention import rotate_part, visible_keys
 from megalite.models.context import INDEXER_LOSS, ForwardContext, NextTokens
 from megalite.models.latent_attention import LatentAttention
 from megalite.models.norm import Norm
@@ -36,7 +36,7 @@ class Indexer(Module):
         super().__init__()
         self.tp, self.sequence_parallel = factory.tp, factory.sequence_parallel
         self.heads, self.size = config.dsa_indexer_n_heads, config.dsa_indexer_head_dim
-        self.rotary, self.interleaved = config.rotary_size, config.dsa_indexer_rope_interleaved
+        self.interleaved = config.dsa_indexer_rope_interleaved
         h, std = config.hidden_size, config.hidden_std
         shape = (self.heads * self.size, config.q_lora_rank or h)
         self.q_up = ReplicatedLinear(f"{name}.q_up", shape, std=std, factory=factory)
@@ -45,7 +45,7 @@ class Indexer(Module):
         norm = replace(config, normalization="LayerNorm", norm_epsilon=epsilon)
         self.key_norm = Norm(f"{name}.key_norm", norm, factory=factory, size=self.size)
         self.head_weights = ReplicatedLinear(f"{name}.head_weights", (self.heads, h), std=std, factory=factory)
-        self._rope = factory.kernel("rope", self.rotary)
+        self._rope = factory.kernel("rope", config.rotary_size)
 
     def forward(self, x: Tensor, q: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor, Tensor]:
         """The layer's input and that of its q_up, [s/cp, b, ...] -> queries [b, s/cp, n, d], keys [b, s/cp, d] and weights
@@ -64,13 +64,8 @@ class Indexer(Module):
         return queries.transpose(0, 1), keys.transpose(0, 1), weights.transpose(0, 1)
 
     def _rotate(self, x: Tensor, context: ForwardContext) -> Tensor:
-        """Apply RoPE to the first channels of x [s, b, heads, d]; pairs become halves, for queries and keys alike."""
-        if context.rope is None:
-            return x
-        pairs, rest = x[..., : self.rotary], x[..., self.rotary :]
-        if self.interleaved:
-            pairs = pairs.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
-        return torch.cat((self._rope(pairs.contiguous(), *context.rope), rest), dim=-1)
+        """Apply RoPE to the first channels of x [s, b, heads, d]."""
+        return x if context.rope is None else rotate_part(self._rope, x, context.rope, interleaved=self.interleaved)
 
 
 def index_scores(queries: Tensor, keys: Tensor, weights: Tensor) -> Tensor:
@@ -162,9 +157,11 @@ class SparseAttention(LatentAttention):
         # Every tp rank computes the same loss, so only one counts it.
         return context.auxiliary.attach(out, INDEXER_LOSS, value, counts=self.tp.rank == 0)
 
-    def index_keys(self, keys: Tensor, *index: Tensor) -> Tensor:
-        """Return the indexer's keys [b, 1, s, d]."""
-        return index[1].unsqueeze(1)
+    def _cached_keys(
+        self, latent: Tensor, shared: Tensor, context: ForwardContext, *index: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        keys, _ = super()._cached_keys(latent, shared, context)
+        return keys, index[1].unsqueeze(1)
 
     def chosen(self, new: NextTokens, index_keys: Tensor, *index: Tensor) -> NextTokens:
         """Return `new` with the chosen keys as the visible ones, from the cached `index_keys` [b, 1, n, d]."""

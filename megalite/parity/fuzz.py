@@ -288,21 +288,22 @@ def _sparse(generator: random.Random, drawn: Drawn) -> Drawn:
     if "multi_latent_attention" not in drawn or "linear_attention_freq" in drawn or generator.random() < 0.5:
         return {}
     for name in (
-        "qk_clip",
-        "sliding_window",
-        "window_attn_skip_freq",
-        "rotary_base_local",
-        "no_rope_freq",
-        *_SOMETIMES,
+        *(
+            "qk_clip",
+            "qk_clip_threshold",
+            "sliding_window",
+            "window_attn_skip_freq",
+            "rotary_base_local",
+            "no_rope_freq",
+        ),
+        *("softmax_type", "attn_logit_softcapping", "attention_dropout", "reset_position_ids"),
+        "hierarchical_context_parallel_sizes",
     ):
-        drawn.pop(name, None)
-    for name in ("qk_clip_threshold", "attention_dropout", "hierarchical_context_parallel_sizes", "reset_position_ids"):
         drawn.pop(name, None)
     found: Drawn = {"experimental_attention_variant": "dsa", "dsa_indexer_n_heads": generator.randint(1, 4)}
     found |= {"dsa_indexer_head_dim": generator.randint(6, 9), "dsa_indexer_topk": generator.randint(1, 12)}
-    found |= {
-        name: generator.random() < 0.5 for name in ("dsa_indexer_use_sparse_loss", "dsa_indexer_rope_interleaved")
-    }
+    for name in ("dsa_indexer_use_sparse_loss", "dsa_indexer_rope_interleaved"):
+        found[name] = generator.random() < 0.5
     found |= {"cp_comm_type": "allgather"} if drawn["cp"] > 1 else {}
     return found | {"dsa_indexer_loss_coeff": generator.choice((0.0, 0.2))}
 

@@ -69,10 +69,8 @@ def attention_changes(config: RunConfig) -> Changes:
         changes["v_head_dim"] = 7 if model.v_head_dim < model.head_size else 10
         changes["q_lora_rank"] = None if model.q_lora_rank is None else 12
     if model.is_sparse:
-        changes |= {
-            "dsa_indexer_n_heads": min(model.dsa_indexer_n_heads, 3),
-            "dsa_indexer_topk": min(model.dsa_indexer_topk, 5),
-        }
+        changes["dsa_indexer_n_heads"] = min(model.dsa_indexer_n_heads, 3)
+        changes["dsa_indexer_topk"] = min(model.dsa_indexer_topk, 5)
         rotary = changes.get("qk_pos_emb_head_dim", model.qk_pos_emb_head_dim)
         changes["dsa_indexer_head_dim"] = min(model.dsa_indexer_head_dim, max(rotary, 8))
     if model.linear_attention_freq is not None and model.linear_channels[0] > MAX_HIDDEN:

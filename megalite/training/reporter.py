@@ -287,7 +287,10 @@ class Reporter:
     def _further(self, result: StepResult, batch_size: int, params_norm: object) -> list[str]:
         """Return a second line, if needed: auxiliary losses, requested values, and anything unusual."""
         steps = len(self._losses)
-        parts = [f"{name.replace('_', ' ')} {value:.4f}" for name, value in result.auxiliary.items()]
+        parts = [
+            f"{name.replace('_', ' ')} {value:.{'4f' if value >= 1e-3 else '2e'}}"
+            for name, value in result.auxiliary.items()
+        ]
         speed = self._meter.speed(seconds=self._seconds, steps=steps, tokens=self._tokens, flops=self._flops)
         if speed.hardware_tflops_per_rank > speed.tflops_per_rank:
             share = "" if speed.hfu is None else f" (HFU {100.0 * speed.hfu:.1f}%)"

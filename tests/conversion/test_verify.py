@@ -12,8 +12,9 @@ import torch
 from megalite.conversion.huggingface.weights import HuggingFaceWeights, write_huggingface
 from megalite.conversion.verify import Rounded, Verification, verify
 from megalite.conversion.weights import ConversionError, Repadded, Wrapped
-from tests.conversion.samples import EXPERTS, GPT, LLAMA, MadeUp
+from tests.conversion.samples import EXPERTS, GPT, LATENT, LLAMA, ROUTING, MadeUp
 from tests.support.state import silent
+from tests.support.tiny import words
 
 QKV = "layers.1.attention.qkv.weight"
 
@@ -109,7 +110,12 @@ def test_different_models_are_refused(tmp_path: Path, change: dict[str, Any], sa
         compared(MadeUp(tmp_path, GPT), MadeUp(tmp_path, {**GPT, **change}))
 
 
-STOCK = {"gpt": {**GPT, "activation": "gelu_tanh"}, "llama": LLAMA, "experts": EXPERTS}
+# With one head many scores of its indexer are zero, of which transformers chooses any.
+SPARSE = {**LATENT, **ROUTING, "moe_shared_expert_gate": False, "norm_epsilon": 1e-6} | words(
+    "experimental_attention_variant=dsa dsa_indexer_n_heads=1 dsa_indexer_head_dim=6 dsa_indexer_topk=5 "
+    "dsa_indexer_k_norm_epsilon=1e-6 moe_ffn_hidden_size=24"
+)
+STOCK = {"gpt": {**GPT, "activation": "gelu_tanh"}, "llama": LLAMA, "experts": EXPERTS, "sparse": SPARSE}
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +128,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 class TestStock:
     """Logits of Hugging Face folders come from transformers, if it is installed."""
 
-    @pytest.mark.parametrize("name", ["gpt", "llama", "experts"])
+    @pytest.mark.parametrize("name", STOCK)
     def test_logits_of_the_folder_come_from_transformers(self, folders: dict[str, Path], name: str) -> None:
         target = HuggingFaceWeights(folders[name])
         found = compared(MadeUp(folders[name], STOCK[name]), target, use_stock=True)

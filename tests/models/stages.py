@@ -4,10 +4,12 @@ import dataclasses
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megalite.config.describe import replace
 from megalite.config.model import ModelConfig
 from megalite.config.run import RunConfig
+from megalite.models.context import KeyValueCache
 from megalite.models.gpt import GPTStage
 from megalite.models.recompute import Recompute
 from megalite.models.shapes import StageLayers
@@ -76,3 +78,30 @@ def named(stage: GPTStage) -> dict[str, ShardedParameter]:
     for parameter in stage.parameters():
         found[parameter.info.spec.name] = parameter
     return found
+
+
+def continued(model: ModelConfig, texts: list[int], new: int) -> tuple[GPTStage, Tensor, list[Tensor]]:
+    """Compare logits with and without a cache, for texts of these lengths and `new` tokens more. Halfway the first text
+    leaves and the others change places. Return the stage, the prompts, padded to the longest, and logits without a cache."""
+    longest = max(texts) + new
+    stage, cache = build(model, seq_length=longest).eval(), KeyValueCache(limit=longest)
+    tokens = torch.randint(0, 37, (len(texts), longest), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        wanted = [
+            stage(tokens[row : row + 1, : length + new], stage.context(seq_length=length + new))[:, 0]
+            for row, length in enumerate(texts)
+        ]
+        prompts = tokens[:, : max(texts)] * (torch.arange(max(texts)) < torch.tensor(texts).unsqueeze(1))
+        logits = stage(prompts, stage.generation_context(max(texts), texts), cache=cache)
+        for row, length in enumerate(texts):
+            torch.testing.assert_close(logits[length - 1, row], wanted[row][length - 1], rtol=1e-9, atol=1e-11)
+        rows = list(range(len(texts)))
+        for step in range(new):
+            if step == new // 2:
+                rows = rows[:0:-1]
+                cache.keep(rows)
+            lengths = [texts[row] + step for row in rows]
+            logits = stage(tokens[rows, lengths].unsqueeze(1), stage.next_token_context(lengths), cache=cache)
+            for place, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+                torch.testing.assert_close(logits[0, place], wanted[row][length], rtol=1e-9, atol=1e-11)
+    return stage, prompts, wanted

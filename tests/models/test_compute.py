@@ -92,6 +92,8 @@ def test_selected_attention_backend_is_used(backend: str) -> None:
 
 
 def test_log_names_layers_with_another_attention() -> None:
+    config = tiny_config(multi_latent_attention=True, experimental_attention_variant="dsa", qk_pos_emb_head_dim=8)
+    assert apply_compute(stage_of(config), config)[0].endswith("in memory, for experimental_attention_variant dsa")
     config = tiny_config(attention_dropout=0.1)
     assert apply_compute(stage_of(config), config) == [
         "attention with its probabilities in memory, for attention_dropout"

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from megalite.config.model import ModelConfig
 from megalite.models import sparse_attention
-from megalite.models.context import INDEXER_LOSS, AuxiliaryLosses, KeyValueCache
+from megalite.models.context import INDEXER_LOSS, AuxiliaryLosses
 from megalite.models.shapes import attention_core_flops, layer_forward_flops
 from megalite.models.sparse_attention import top_keys
-from tests.models.stages import LLAMA, B, S, build, named, varied
+from tests.models.stages import LLAMA, B, S, build, continued, named, varied
 from tests.support.tiny import words
 
 MODEL: ModelConfig = varied(
@@ -182,25 +182,7 @@ def test_equal_scores_are_resolved_by_position() -> None:
 
 
 def test_cached_index_keys_give_the_logits_of_the_whole_text() -> None:
-    """Rows have prompts of different lengths, padded to the longest."""
-    stage, texts, new = build(MODEL, seq_length=40).eval(), [9, 1, 5], 4
-    tokens = torch.randint(0, 37, (3, 40), generator=torch.Generator().manual_seed(3))
-    cache = KeyValueCache(limit=40)
-    with torch.no_grad():
-        wanted = [
-            stage(tokens[row : row + 1, : length + new], stage.context(seq_length=length + new))
-            for row, length in enumerate(texts)
-        ]
-        prompts = tokens[:, :9].clone()
-        for row, length in enumerate(texts):
-            prompts[row, length:] = 0
-        stage(prompts, stage.generation_context(9, texts), cache=cache)
-        for step in range(new):
-            lengths = [length + step for length in texts]
-            next_tokens = torch.stack([tokens[row, length] for row, length in enumerate(lengths)])
-            logits = stage(next_tokens[:, None], stage.next_token_context(lengths), cache=cache)
-            for row, length in enumerate(lengths):
-                torch.testing.assert_close(logits[0, row], wanted[row][length, 0], rtol=1e-9, atol=1e-11)
+    continued(MODEL, [9, 1, 5], 4)
 
 
 def test_flops_count_the_chosen_keys_and_the_indexer() -> None:

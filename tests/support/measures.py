@@ -10,11 +10,11 @@ ROOT = Path(__file__).parents[2]
 SMALL = 60
 """Lines; a shorter file with one importer belongs to its importer."""
 CEILINGS = {
-    "megalite: lines": 77_848,
+    "megalite: lines": 77_844,
     "megalite: files": 307,
     "megalite: longest file": 500,
     "megalite: small files with one importer": 0,
-    "tests: lines": 70_627,
+    "tests: lines": 70_622,
     "benchmarks: lines": 7_970,
     "docs: words": 35_461,
 }

@@ -17,6 +17,7 @@ from tests.support.ranks import RankContext
 from tests.support.tiny import LLAMA, build, tiny_config
 
 BEST_FIT: dict[str, Any] = {"packing": "best-fit"}
+SCALED = LLAMA | {"rope_scaling": "llama3", "rope_original_max_positions": 4, "attn_temperature_beta": 0.5}
 
 
 def replica_of(seq_length: int, settings: dict[str, Any], *, batch: int = 1) -> Replica:
@@ -35,7 +36,7 @@ def losses(replica: Replica, tokens: torch.Tensor, labels: torch.Tensor, **more:
     return result
 
 
-@pytest.mark.parametrize("model", [{}, LLAMA], ids=["learned", "rope"])
+@pytest.mark.parametrize("model", [{}, LLAMA, SCALED], ids=["learned", "rope", "scaled queries"])
 def test_packed_losses_equal_those_of_separate_documents(tmp_path: Path, model: dict[str, Any]) -> None:
     """In fp64, to 1e-12: losses of a document do not depend on its neighbours or its position."""
     generator = torch.Generator().manual_seed(1)

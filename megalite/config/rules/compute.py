@@ -3,8 +3,9 @@
 Whether a kernel works on the device is checked when it is built."""
 
 from megalite.config.compute import kernel_requests, unknown_kernels
+from megalite.config.describe import settings
 from megalite.config.errors import Findings, nearest
-from megalite.config.model import BLOCKS, LATENT_SIZES, LAYER_LISTS, LINEAR_SIZES, SPARSE
+from megalite.config.model import BLOCKS, LATENT_SIZES, LAYER_LISTS, LINEAR_SIZES
 from megalite.config.optimizer import OPTIMIZERS
 from megalite.config.rules.rule import Check, Plain, Settings, divisors, owned, rules, without
 from megalite.config.run import attention_in_tiles, stage_layers
@@ -65,7 +66,10 @@ NETWORK: tuple[Check, ...] = (
     ),
     *owned(
         "experimental_attention_variant",
-        {f"linear_attention_freq|{'|'.join(LINEAR_SIZES)}": ("gated_delta_net", "mamba2"), "|".join(SPARSE): ("dsa",)},
+        {
+            f"linear_attention_freq|{'|'.join(LINEAR_SIZES)}": ("gated_delta_net", "mamba2"),
+            "|".join(name for name in settings() if name.startswith("dsa_")): ("dsa",),
+        },
     ),
     *owned(
         "rope_scaling",

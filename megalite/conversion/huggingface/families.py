@@ -232,6 +232,7 @@ _ALL = (
         max_positions=131072,
         norm_epsilon=1e-5,
         rotary_base=150000.0,
+        rope={"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False},
         key_value_heads=8,
         head_size=64,
         window=128,

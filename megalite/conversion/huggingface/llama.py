@@ -70,6 +70,7 @@ class LlamaLike(Family):
     # Query, key and value have a bias: a fixed value, or (key, default).
     qkv_bias: bool | tuple[str, bool] = False
     scalings: tuple[str, ...] = SCALINGS  # rope_type
+    rope: Mapping[str, Any] | None = None  # default of rope_parameters
     partial_rotary: float | None = None  # default of partial_rotary_factor; None: RoPE rotates whole heads
     interleaved: bool = False  # RoPE rotates pairs of adjacent channels
     qk_norm: bool | str = False  # a fixed value, or the name of a key with default False
@@ -99,6 +100,8 @@ class LlamaLike(Family):
 
     def _settings(self, file: ModelFile, positions: int) -> dict[str, Any]:
         file.require(self.only)
+        if file.values.get("rope_parameters") is None and file.values.get("rope_scaling") is None:
+            file = ModelFile({**file.values, "rope_parameters": self.rope}, file.where)
         settings = file.settings(_SAME)
         heads = settings["num_attention_heads"]
         # Files of models without a dense MLP may lack its width.

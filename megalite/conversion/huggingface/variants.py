@@ -313,17 +313,14 @@ class MiniMaxM2(LlamaLike):
 
 
 _ALPHA = 1.702
-_YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
 
 
 @dataclass(frozen=True, kw_only=True)
 class GptOss(LlamaLike):
-    """gpt-oss: RoPE uses YaRN by default, and all linear layers have biases."""
+    """gpt-oss: all linear layers have biases."""
 
     def _settings(self, file: ModelFile, positions: int) -> dict[str, Any]:
         file.require({"swiglu_alpha": _ALPHA})
-        if file.values.get("rope_parameters") is None and file.values.get("rope_scaling") is None:
-            file = ModelFile({**file.values, "rope_scaling": _YARN}, file.where)
         settings = super()._settings(file, positions)
         return settings | {"activation_func_clamp_value": file.number("swiglu_limit", 7.0)}
 

@@ -45,11 +45,8 @@ KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3_vl": ("Qwen3VL", "qwen3", _QWEN | {"num_position_embeddings": 4, "deepstack_visual_indexes": [0]}),
 }
 """model_type -> transformers' classes, the case of the text model, and a small vision model."""
-KEYS = {  # which it needs in text_config
-    "exaone4_5": {"model_type": "exaone4_5_text"},
-    "mistral3-ministral3": {"model_type": "ministral3"},
-    "mistral3-mistral4": {"model_type": "mistral4"},
-}
+_NAMES = {"exaone4_5": "exaone4_5_text", "mistral3-ministral3": "ministral3", "mistral3-mistral4": "mistral4"}
+KEYS = {kind: {"model_type": name} for kind, name in _NAMES.items()}  # which it needs in text_config
 
 
 def config_of(kind: str, **settings: Any) -> Any:

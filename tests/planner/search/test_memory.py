@@ -40,6 +40,7 @@ def sampled(request: Asked, count: int) -> list[tuple[Layout, float, int]]:
         f"{TINY} --gpus 8 --bf16",
         f"{TINY} --gpus 4 --precision fp32 {DROPOUT}",
         f"{TINY} --gpus 8 --bf16 --fp8",
+        f"{TINY.replace('500', '40000')} --gpus 8 --bf16 --fix schedule=interleaved",  # the head is the largest part
         f"{EXPERTS} --gpus 8 --bf16 --optimizer muon",
         f"{EXPERTS} --gpus 32 --bf16 --fix dp_instances=2,4",
         "--preset gpt3-175b --cluster dgx-a100 --gpus 64 --global-batch-size 64 --optimizer sgd",
